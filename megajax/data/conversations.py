@@ -552,8 +552,8 @@ class Arrow:
     """The rows of an arrow file, which is mapped."""
 
     def __init__(self, path: Path, read: Read, columns: Sequence[str]):
-        """As Table. Raises: UserError when the file is damaged, compressed, or has none of the
-        columns."""
+        """read, columns: those of Table. Raises: UserError when the file is damaged, compressed, or
+        has none of the columns."""
         self.name, self.unread, self._read = str(path), {}, read
         self._file = ArrowFile(path)
         names = self._file.names

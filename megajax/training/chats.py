@@ -177,6 +177,10 @@ def _gguf(name: str) -> Any:
     return GgufModel(file)
 
 
+def _tokenizer_of(name: str) -> Tokenizer:
+    return _gguf(name).tokenizer() if _is_gguf(name) else open_tokenizer(name)
+
+
 def model_of(init_from: str) -> Any:
     """Returns the configuration of the model in a Hugging Face folder or a GGUF file."""
     if _is_gguf(init_from):
@@ -219,7 +223,7 @@ def take_chats(base: ChatsConfig, typed: Mapping[str, Any], read: Mapping[str, A
     source = typed.get("init_from", base.init_from)
     over = typed if "init_from" in typed else {**read, **typed}
     if source is None:
-        return fit_vocabulary(base, typed, read)
+        return fit_vocabulary(base, typed, read, _tokenizer_of)
     if all(name in over for name in presets.SHAPE):
         return base
     model = model_of(source)
@@ -287,7 +291,7 @@ def tokenizer_of(
     name = cfg.data.tokenizer
     if bpe_size(name) is not None:
         name = str(chats_.trained_tokenizer(cfg.data, sources, cache))
-    made: Tokenizer = _gguf(name).tokenizer() if _is_gguf(name) else open_tokenizer(name)
+    made = _tokenizer_of(name)
     check_vocabulary(made, cfg.model.vocab)
     return made
 

@@ -9,7 +9,13 @@ from megajax.core.files import model_folder
 from megajax.core.mesh import MeshSpec
 from megajax.data.config import DataConfig
 from megajax.data.corpus import recorded_tokenizer
-from megajax.data.tokenizer import bpe_size, need_tokenizer, tokenizer_file
+from megajax.data.tokenizer import (
+    Tokenizer,
+    bpe_size,
+    need_tokenizer,
+    open_tokenizer,
+    tokenizer_file,
+)
 from megajax.models.decoder_config import PRESETS as MODELS
 from megajax.models.decoder_config import DecoderConfig
 from megajax.training.config import (
@@ -174,16 +180,25 @@ def _take_recorded(base: Config, typed: Mapping[str, Any], read: Mapping[str, An
     return dataclasses.replace(base, data=dataclasses.replace(base.data, tokenizer=recorded))
 
 
-def fit_vocabulary(base: Any, typed: Mapping[str, Any], read: Mapping[str, Any]) -> Any:
-    """Returns `base` with a vocabulary that has room for bpe:N, unless one is chosen.
+def fit_vocabulary(
+    base: Any,
+    typed: Mapping[str, Any],
+    read: Mapping[str, Any],
+    open_named: Callable[[str], Tokenizer] = open_tokenizer,
+) -> Any:
+    """Returns `base` with the vocabulary of its tokenizer, unless one is chosen.
 
-    A larger one stays, so that runs which had it go on. A masked-token head has one more id.
+    A preset's vocabulary has room for `bytes`, which all presets have, and stays with them. bpe:N
+    counts as N ids, though a small text may give fewer. A masked-token head has one more id.
+    Raises: UserError for a tokenizer that cannot be read.
     """
-    size = bpe_size(str(typed.get("data.tokenizer", base.data.tokenizer)))
-    if size is None or "model.vocab" in {**read, **typed}:
+    name = str(typed.get("data.tokenizer", base.data.tokenizer))
+    if name == DataConfig().tokenizer or "model.vocab" in {**read, **typed}:
         return base
-    size += getattr(base.model, "head", None) == "mlm"
-    return config.override(base, {"model.vocab": size}) if size > base.model.vocab else base
+    size = bpe_size(name) or open_named(name).vocab
+    return config.override(
+        base, {"model.vocab": size + (getattr(base.model, "head", None) == "mlm")}
+    )
 
 
 def start_name(cfg: JobConfig) -> str:

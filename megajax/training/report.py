@@ -23,6 +23,7 @@ from megajax.core.files import json_text, write_whole
 from megajax.core.hardware import find_card
 from megajax.core.mesh import describe
 from megajax.cost.base import train_flops_per_token
+from megajax.data.config import DataConfig
 from megajax.data.corpus import Corpus
 from megajax.data.tokenizer import Tokenizer
 from megajax.monitor import results
@@ -290,6 +291,10 @@ def show_start(
     console.say(f"{name}: {describe(mesh)}, run in {run_dir.path}")
     for field, old, new in config.diff(cfg, preset):
         console.say(f"  {field}: {old} -> {new}")
+    usual = DataConfig().tokenizer
+    tokenizer = getattr(getattr(cfg, "data", None), "tokenizer", usual)
+    if tokenizer != usual and cfg.init_from is None and hasattr(cfg.model, "vocab"):
+        console.say(f"  model.vocab: {cfg.model.vocab:,} ids for data.tokenizer={tokenizer}")
     for sentence in optim.shortened(cfg.optim, cfg.train.steps):
         console.say(f"note: {sentence}")
 

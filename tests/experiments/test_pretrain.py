@@ -440,7 +440,7 @@ def test_a_full_disk_is_said_once_and_training_goes_on(home):
         (["--data.tokenizer=nowhere.json"], "--data.tokenizer"),
         (["--data.source=nowhere"], "--data.source"),
         (["--data.tokenizer=bpe:400", "--model.vocab=300"], "model.vocab=300; nearest:"),
-        (["--init_from=nowhere"], "nowhere/config.json"),
+        (["--init_from=nowhere"], "init_from=nowhere does not exist: give a folder"),
         (["--profile.steps=5..2"], "profile.steps=5..2 must be a..b"),
         (["--run_dir=/proc/nowhere"], "cannot write to /proc/nowhere"),
     ],

@@ -9,6 +9,7 @@ import pytest
 
 from megajax.core import config
 from megajax.core.errors import UserError
+from megajax.data.tokenizer import train_bpe
 from megajax.training import finetune, presets
 from megajax.training.config import Config
 from megajax.training.finetune import nano, take_encoder
@@ -100,13 +101,34 @@ def test_no_weights_and_a_saved_file_read_no_folder():
         start({"init_from": "gone"}, read)
 
 
-def test_a_bpe_makes_room_for_its_tokens():
+def test_the_vocabulary_is_that_of_the_tokenizer(tmp_path):
     assert start({"data.tokenizer": "bpe:8192"}).model.vocab == 8192
     assert start({}, {"data.tokenizer": "bpe:8192"}).model.vocab == 8192  # of a file
     chosen = {"data.tokenizer": "bpe:8192", "model.vocab": 9000}
     assert start(chosen).model.vocab == start({}, chosen).model.vocab == 9000
-    usual = Config().model.vocab  # runs that had room before go on with what they had
-    assert start({"data.tokenizer": "bpe:300"}).model.vocab == usual
+    assert start({"data.tokenizer": "bpe:300"}).model.vocab == 300
+    for size in (280, 700):  # a file, also one that has more than the preset
+        words = " ".join(f"w{k:03d}" for k in range(900))
+        train_bpe([words], size, tmp_path / "tokenizer.json")
+        for name in (tmp_path, tmp_path / "tokenizer.json"):
+            assert start({"data.tokenizer": str(name)}).model.vocab == size
+    large = presets.large("qwen3_0p6b")
+    fitted = take_model(large, {"data.tokenizer": str(tmp_path)}, {}).model
+    assert (fitted.vocab, fitted.padded_vocab) == (700, 768)
+    # A Megatron pair, whose tokenizer lies beside it.
+    (tmp_path / "x.tokenizer").mkdir()
+    (tmp_path / "tokenizer.json").rename(tmp_path / "x.tokenizer" / "tokenizer.json")
+    (tmp_path / "x.bin").write_bytes(b"")
+    (tmp_path / "x.idx").write_bytes(b"")
+    cfg = start({"data.source": str(tmp_path / "x")})
+    assert (cfg.data.tokenizer, cfg.model.vocab) == (str(tmp_path / "x.tokenizer"), 700)
+    # With bytes a preset keeps its size, and its program.
+    usual = Config().model.vocab
+    assert start({}).model.vocab == start({"data.tokenizer": "bytes"}).model.vocab == usual
+    hidden = finetune.nano_mlm()
+    assert take_encoder(hidden, {"data.tokenizer": "bpe:300"}, {}).model.vocab == 301
+    with pytest.raises(UserError, match="data.tokenizer=nowhere is neither"):
+        start({"data.tokenizer": "nowhere"})
     with pytest.raises(UserError, match="bpe:N needs N of at least 258"):
         start({"data.tokenizer": "bpe:3"})
     for head, vocab in (("classify", 8192), ("mlm", 8193)):
