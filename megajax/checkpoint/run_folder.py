@@ -14,7 +14,7 @@ from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
 from megajax.models.lora import LoraConfig
 from megajax.models.networks import network_of
-from megajax.models.parts import map_words
+from megajax.models.parts import ModelParts, map_words
 from megajax.models.vlm import VlmConfig
 
 
@@ -37,10 +37,27 @@ def load_params(
     manager = CheckpointManager(
         checkpoints or Path(folder) / "checkpoints", keep=0, key_file=key_file
     )
-    parts = network_of(cfg).parts(cfg)
+    parts = bare = network_of(cfg).parts(cfg)
     if adapters.rank:
         with jax.set_mesh(layout.mesh):  # which decides the pieces of packed matrices
             parts = lora.adapt_parts(parts, adapters, layout)
+    abstract = {"params": stored_like(parts, layout)}
+    while True:
+        chosen = manager.latest() if step is None else step
+        if chosen is None:
+            raise UserError(f"{folder} has no checkpoint yet (--run_dir)")
+        try:
+            params = manager.restore(chosen, like=abstract, partial=True)["params"]
+            if adapters.rank and merged:
+                params = lora.unpacked(params, bare)
+            return params, chosen
+        except DamagedError:
+            if step is not None or chosen in manager.steps():
+                raise  # else a run that goes on removed it, and has a newer one
+
+
+def stored_like(parts: ModelParts, layout: Layout) -> Tree:
+    """Returns the abstract parameters of a model as the layout stores them."""
 
     def like(words: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         named = layout.named(layout.stored(*words))
@@ -48,14 +65,4 @@ def load_params(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=named), x
         )
 
-    abstract = {"params": map_words(like, parts.axes, parts.abstract)}
-    while True:
-        chosen = manager.latest() if step is None else step
-        if chosen is None:
-            raise UserError(f"{folder} has no checkpoint yet (--run_dir)")
-        try:
-            params = manager.restore(chosen, like=abstract, partial=True)["params"]
-            return lora.merge(params) if adapters.rank and merged else params, chosen
-        except DamagedError:
-            if step is not None or chosen in manager.steps():
-                raise  # else a run that goes on removed it, and has a newer one
+    return map_words(like, parts.axes, parts.abstract)

@@ -61,9 +61,9 @@ def load_config(path: str | Path, flag: str = "init_from") -> ModelConfig:
     folder = model_folder(path, flag)
     if adapters := [name for name in ADAPTERS if (folder / name).exists()]:
         raise UserError(
-            f"{folder} has an adapter ({', '.join(adapters)}), which transformers would add to the "
-            "weights and this program does not; merge the adapter into the weights (peft: "
-            f"merge_and_unload), or move its files to another folder (--{flag})"
+            f"{folder} has an adapter ({', '.join(adapters)}), which --{flag} does not read; name "
+            f"the folder of the weights (--{flag}), and the adapter's where a program has the flag "
+            "--adapter, or merge it into the weights (peft: merge_and_unload)"
         )
     file = folder / "config.json"
     members = files_.read_object(file, MAX_CONFIG, flag)

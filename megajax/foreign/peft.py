@@ -101,7 +101,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises: UserError for a member that may change what the adapter computes and is not read here.
     """
     file = folder / CONFIG
-    members = files_.read_object(file, MAX_CONFIG)
+    if not file.is_file():
+        raise UserError(f"{folder} has no {CONFIG}, so it is no adapter of PEFT (--adapter)")
+    members = files_.read_object(file, MAX_CONFIG, "adapter")
 
     def refuse(name: str, rule: str) -> UserError:
         return UserError(f"{file}: {name}={reprlib.repr(members.get(name)):.80} {rule}")

@@ -188,6 +188,22 @@ def merge(params: Tree) -> Tree:
     return _map(_merged, params)
 
 
+def unpacked(params: Tree, parts: ModelParts) -> Tree:
+    """Returns the same as `merge`, with each leaf in the type and shape of the dense model's
+    `parts`: what rests in fewer bits, with or without an adapter, is widened before the sum."""
+
+    def leaf(words: Words, like: Any, w: Any) -> Any:
+        if is_low_rank(w):
+            base = w.base if _is_packed(w.base) else w.base.astype(like.dtype)
+            return _merged(dataclasses.replace(w, base=base)).astype(like.dtype)
+        if _is_packed(w):
+            inputs = 1 if words[1] == "embed" else len(words) - 2
+            return dense(w, like.shape, inputs).astype(like.dtype)
+        return w.astype(like.dtype)
+
+    return jax.tree.map(leaf, parts.axes, parts.abstract, params, is_leaf=is_words)
+
+
 def strip(params: Tree) -> Tree:
     """Returns the parameters without adapters: the model that they were added to."""
     return _map(lambda w: w.base, params)

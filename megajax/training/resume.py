@@ -11,6 +11,7 @@ from absl import logging
 
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.memory_tier import MemoryTier
+from megajax.checkpoint.run_folder import stored_like
 from megajax.checkpoint.trust import DamagedError
 from megajax.core import config
 from megajax.core.errors import UserError
@@ -99,13 +100,17 @@ def _go_on(
     with checkpoints.together(step):
         data = checkpoints.data_state(step)
     if imported := data.get("imported"):
+        how = f"weights imported from {imported}"
+        if train_step.task.bare is not None:  # they have no adapters yet
+            like = {"params": stored_like(train_step.bare_parts(), train_step.layout)}
+            dense = checkpoints.restore(step, like=like)["params"]
+            state = train_step.init(cfg.train.seed)
+            params = train_step.adopt(train_step.storage.arranged(dense), state.params)
+            return _from_params(train_step, state, params, how)
         like = {"params": train_step.abstract_state.params}
         rows = {n: order for n, order in train_step.rows.items() if n.startswith("params.")}
         restored = checkpoints.restore(step, like=like, order=rows)
-        state = train_step.init(cfg.train.seed)
-        return _from_params(
-            train_step, state, restored["params"], f"weights imported from {imported}"
-        )
+        return _from_params(train_step, train_step.init(cfg.train.seed), restored["params"], how)
     how = _resumed(step, cfg, str(checkpoints.folder))
     like = _like(train_step, data)
     left_out = _holds(data) != train_step.storage.exchange

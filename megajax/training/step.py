@@ -133,14 +133,19 @@ class TrainStep:
         params = state.params
         return self.parts.joined(self.optimizer.mean(state.opt, self.parts.trained(params)), params)
 
+    def bare_parts(self) -> ModelParts:
+        """Returns the parts of the model without adapters."""
+        with jax.set_mesh(self.layout.mesh):
+            return (self.task.bare or self.task).parts(self.layout, ops_.Ops())
+
     def adopt(self, params: Tree, fresh: Tree) -> Tree:
         """Returns the parameters of a run that begins from loaded ones, in the order of the run.
         With adapters the loaded ones become their bases, and the adapters are the fresh ones."""
-        bare, cfg = self.task.bare, self.task.adapters
-        if bare is None:
+        cfg = self.task.adapters
+        if self.task.bare is None:
             return params
         with jax.set_mesh(self.layout.mesh):
-            axes = bare.parts(self.layout, ops_.Ops()).axes
+            axes = self.bare_parts().axes
             bases = jax.jit(lambda params: lora.at_rest(params, axes, cfg, self.layout))
             return lora.with_base(fresh, bases(params))
 

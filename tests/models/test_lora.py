@@ -117,3 +117,26 @@ def test_a_base_in_few_bits_is_near_and_merges_into_what_it_computes():
         n for n, _ in named_leaves(params)
     }
     assert isinstance(changed["blocks"]["mlp"]["up"], LowRank)
+
+
+def test_a_base_in_few_bits_is_widened_to_the_dense_model():
+    """Matrices without an adapter too, and norms, which rest in bfloat16."""
+    parts = decoder.parts(MODEL)
+    params, adapted, _ = started(MODEL, base="int4", modules=("q",))
+    made = lora.unpacked(adapted, parts)
+    assert jax.tree.structure(made) == jax.tree.structure(parts.abstract)
+    for x, like in zip(jax.tree.leaves(made), jax.tree.leaves(parts.abstract), strict=True):
+        assert (x.shape, x.dtype) == (like.shape, like.dtype)
+    for x, exact in zip(jax.tree.leaves(made), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(x, exact, atol=0.2 * np.abs(exact).max())  # (bound) of 4 bits
+
+
+def test_a_base_in_bfloat16_is_not_rounded_again():
+    _, adapted, _ = started(MODEL, base="bfloat16", modules=("q",))
+    changed = disturbed(adapted)
+    made = lora.unpacked(changed, decoder.parts(MODEL))["blocks"]["attention"]["query"]
+    w = jax.tree.map(
+        lambda x: np.asarray(x, np.float64), changed["blocks"]["attention"]["query"]
+    )
+    pairs = np.stack([np.tensordot(a, b, 1) for a, b in zip(w.a, w.b, strict=True)])
+    np.testing.assert_allclose(made, w.base + 16 / 3 * pairs, atol=1e-6)

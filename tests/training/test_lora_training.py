@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax.checkpoint.manager import CheckpointManager
 from megajax.core.errors import UserError
 from megajax.core.packed import LowRank
 from megajax.core.tree import count, named_leaves, nbytes
 from megajax.models import lora
+from megajax.training import resume
 from megajax.training.step import make_train_step
 from megajax.training.task import TrainState
 from tests.tiny import MODEL, host_batch, on, run_config, step_of
@@ -134,6 +136,21 @@ def test_given_weights_become_the_base():
     up = jax.device_get(lora.merge(params)["blocks"]["mlp"]["up"])
     assert 0 < np.abs(up - loaded["blocks"]["mlp"]["up"]).max() < 0.02
     assert isinstance(params["blocks"]["mlp"]["up"], LowRank)
+
+
+def test_imported_weights_become_the_base(tmp_path):
+    """Of a run whose step 0 has the weights of a folder, and no adapters yet."""
+    dense, manager = step_of(run_config(mesh__data=1)), CheckpointManager(tmp_path)
+    params = jax.device_get(dense.init(7).params)
+    manager.save(0, {"params": params}, data_state={"imported": "a folder", "rows": 0}).result()
+    cfg = config_of(mesh__data=1)
+    step = step_of(cfg)
+    start = resume.begin(cfg, step, manager, {})
+    assert start.how == "weights imported from a folder" and start.rows == 0
+    made = lora.strip(start.state.params)
+    for x, y in zip(jax.tree.leaves(made), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert jax.tree.structure(start.state) == jax.tree.structure(step.abstract_state)
 
 
 def test_pruning_under_adapters_is_refused():

@@ -134,6 +134,8 @@ def load_engine(cfg: Config, opened: OpenModel) -> Engine:
         f"{what}; context {engine.context} tokens, {engine.pool.capacity} pages of "
         f"{engine.pool.page_size}, at most {engine.programs.bound} programs"
     )
+    if folders:
+        say(f"adapters: {', '.join(folders)}; a request chooses by the model's name")
     for number, program in enumerate(first, 1):
         program.result()
         say(f"program {number} of {len(first)} is compiled")
