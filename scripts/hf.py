@@ -8,9 +8,9 @@
 `import` makes a run that has trained 0 steps; `export` writes config.json and safetensors (sharded
 above 5 GB) that transformers can load. Families: gpt2, llama, mistral, qwen2, qwen3, mixtral,
 qwen3_moe, gpt_oss, deepseek_v3, gemma3_text, olmo2, smollm3, phi3. A run of experiments/finetune.py
-is exported too: of chats as a decoder with its chat template, with --lora.rank also as an adapter of
-PEFT (--adapters=peft), of labels as bert, roberta, distilbert or albert, a classifier with the names
-of its classes; experiments/finetune.py --init_from reads such a folder.
+is exported too: of chats as a decoder with its chat template, with --lora.rank also as an adapter
+of PEFT (--adapters=peft), of labels as bert, roberta, distilbert or albert, a classifier with the
+names of its classes; experiments/finetune.py --init_from reads such a folder.
 """
 
 import megajax.core.interrupted  # noqa: F401

@@ -135,8 +135,6 @@ def test_a_base_in_bfloat16_is_not_rounded_again():
     _, adapted, _ = started(MODEL, base="bfloat16", modules=("q",))
     changed = disturbed(adapted)
     made = lora.unpacked(changed, decoder.parts(MODEL))["blocks"]["attention"]["query"]
-    w = jax.tree.map(
-        lambda x: np.asarray(x, np.float64), changed["blocks"]["attention"]["query"]
-    )
+    w = jax.tree.map(lambda x: np.asarray(x, np.float64), changed["blocks"]["attention"]["query"])
     pairs = np.stack([np.tensordot(a, b, 1) for a, b in zip(w.a, w.b, strict=True)])
     np.testing.assert_allclose(made, w.base + 16 / 3 * pairs, atol=1e-6)
