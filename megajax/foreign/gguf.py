@@ -1,4 +1,4 @@
-"""GGUF files of the Llama family as our decoder: configuration, parameters and tokenizer.
+"""GGUF files as our decoder: configuration, parameters and tokenizer.
 
 Import dequantizes to float32 one tensor at a time, and of that only the part that a device's piece
 needs: the host never holds a whole leaf beside the piece that is being made. Formats of weights are
@@ -57,13 +57,13 @@ class GgufModel:
         try:
             self._kind = gguf_names.architecture(file.metadata)
             shapes = {name: info.shape for name, info in file.tensors.items()}
-            factors = shapes.get(gguf_names.FACTORS)
-            table = None
-            if factors is not None:
-                if np.prod(factors) > 2**16:  # of half a head
-                    raise UserError(f"{gguf_names.FACTORS} has the shape {factors}")
-                table = file.read(gguf_names.FACTORS)[0]
-            self.cfg = gguf_names.from_metadata(file.metadata, shapes, table)
+            tables = {}
+            for name in gguf_names.TABLES:
+                if name in shapes:
+                    if np.prod(shapes[name]) > 2**16:  # of half a head
+                        raise UserError(f"{name} has the shape {shapes[name]}")
+                    tables[name] = file.read(name)[0]
+            self.cfg = gguf_names.from_metadata(file.metadata, shapes, tables)
         except UserError as error:
             raise UserError(f"{file.path}: {error} (--gguf)") from None
 
@@ -94,7 +94,7 @@ class GgufModel:
         Raises: UserError.
         """
         cfg, file = self.cfg, self._file
-        rules, sizes = names.rules(cfg), names.sizes(cfg)
+        rules, sizes = self._rules, names.sizes(cfg)
         self._check_tensors(rules, sizes)
         packings = self._packings() if packed else {}
         ready = {
@@ -110,12 +110,16 @@ class GgufModel:
             decoder.parts(cfg), rules, sizes, read, layout, dtype=dtype, ready=ready
         )
 
+    @property
+    def _rules(self) -> list[Rule]:
+        return gguf_names.as_stored(names.rules(self.cfg), self._file.tensors)
+
     def outline(self, packed: bool = False) -> Tree:
         """Returns what `params` does, in float32, as ShapeDtypeStructs."""
         abstract = decoder.parts(self.cfg).abstract
         if not packed:
             return abstract
-        leaves, rules = dict(named_leaves(abstract)), {r.ours: r for r in names.rules(self.cfg)}
+        leaves, rules = dict(named_leaves(abstract)), {r.ours: r for r in self._rules}
         for name, packing in self._packings().items():
             leaves[name] = self._kernel(rules[name], packing, jax.ShapeDtypeStruct)
         return nest(leaves)
@@ -125,7 +129,7 @@ class GgufModel:
         and those of which layers have unlike formats."""
         cfg, packings = self.cfg, {}
         packable = set() if cfg.moe.experts else set(matrices(cfg.axes))
-        for rule in names.rules(cfg):
+        for rule in self._rules:
             theirs, ours = rule.dims.split("->")
             turned = any(ours == theirs[i:] + theirs[:i] for i in range(1, len(theirs)))
             if rule.ours not in packable or rule.part is not None or not turned:
@@ -202,7 +206,7 @@ class GgufModel:
 
     def _check_tensors(self, rules: list[Rule], sizes: Sizes) -> None:
         """Refuses missing tensors, wrong shapes, and tensors that no leaf of ours is made of."""
-        there, used = self._file.tensors, {gguf_names.FACTORS}
+        there, used = self._file.tensors, set(gguf_names.TABLES)
         for rule in rules:
             shape = rule.their_shape(sizes)
             for index in np.ndindex(rule.stack(sizes)):
@@ -246,9 +250,15 @@ def _read(
         each = rule.their_shape(sizes)[0]
         assert rows is not None
         rows = (rows[0] + expert * each, rows[1] + expert * each)
+    if rule.rows and rule.part is not None:  # the rows of several leaves, one after the other
+        assert rows is not None
+        before = sum(rule.row_counts(sizes)[: rule.part])
+        rows = (rows[0] + before, rows[1] + before)
     x = file.read(name, rows, columns).reshape([read_sizes[c] for c in theirs])
     if gguf_names.is_permuted(kind, rule.ours):
         x = _unpermute(x, theirs.index("K"))
+    if less := gguf_names.offset(kind, rule.ours):
+        x = x - np.float32(less)
     x = x.transpose([theirs.index(c) for c in ours])
     return x[tuple(inner_slices[c] for c in ours)]
 
