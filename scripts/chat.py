@@ -51,7 +51,9 @@ class Config(Checked):
     raw: bool = option(False, "continue the texts as they are, without a chat template")
     system: str = option("", "system prompt, the first message of every request")
     new_tokens: int = option(512, "length of the longest answer", "tokens", at_least=1)
-    context: int = option(4096, "longest conversation, where the model's is longer", "tokens")
+    context: int = option(
+        4096, "longest conversation, where the model's is longer", "tokens", at_least=4
+    )
     sampling_defaults: Literal["model", "none"] = option(
         "model",
         "source of the sampling options that are not given; model: the model's files, or the "

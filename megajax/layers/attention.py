@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 import pallas_kernels
-from megajax.core.config import Checked, equal, option, other_than
+from megajax.core.config import Checked, above, equal, option, other_than
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.layers import param
@@ -124,7 +124,7 @@ def reach(window: int | None) -> int | None:
 
 
 SCALED = other_than("factor", 1.0)
-LLAMA3, YARN, LONGROPE = (equal("scaling", name) for name in ("llama3", "yarn", "longrope"))
+YARN, LONGROPE = (equal("scaling", name) for name in ("yarn", "longrope"))
 MOST_FACTORS = 2**12  # (chosen) of longrope, one for each pair of numbers of a head
 
 
@@ -137,7 +137,6 @@ class RopeConfig(Checked, section="model.rope"):
         None,
         "base of the frequencies in layers with a window of a model.pattern, which have no scaling "
         "then; none: as in the others",
-        needs=other_than("pattern", None),
         at_least=1,
     )
     factor: float = option(
@@ -155,13 +154,13 @@ class RopeConfig(Checked, section="model.rope"):
     low_freq_factor: float = option(
         1.0,
         "Llama 3 scaling: wavelengths above original_positions divided by this are scaled",
-        needs=LLAMA3,
+        needs=above(1, "factor"),
         above=0,
     )
     high_freq_factor: float = option(
         4.0,
         "Llama 3 scaling: wavelengths below original_positions divided by this are not scaled",
-        needs=LLAMA3,
+        needs=above(1, "factor"),
         above=0,
     )
     original_positions: int = option(

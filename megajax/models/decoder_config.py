@@ -526,6 +526,7 @@ def _gpt_oss(layers: int, experts: int) -> DecoderConfig:
         rope=RopeConfig(
             theta=150000.0, factor=32.0, scaling="yarn", original_positions=4096, truncate=False
         ),
+        mlp=2880,
         moe=MoeConfig(experts=experts, top_k=4, width=2880),
     )
 

@@ -59,10 +59,13 @@ class VlmConfig(Checked, section="model"):
     def __post_init__(self):
         """Refuses a token beyond the vocabulary and sections that do not add up to a head."""
         super().__post_init__()
-        if self.decoder.rope.partial != 1.0 or self.decoder.rope.depends_on_length:
+        rope = self.decoder.rope
+        scaled = rope.is_scaled and rope.scaling not in ("llama3", "linear")
+        if rope.partial != 1.0 or scaled:
             raise UserError(
-                "model.rope.partial and model.rope.scaling=longrope or dynamic are for models that "
-                "read text only; use 1 and another scaling (--model.rope.partial)"
+                "model.rope.partial and model.rope.scaling=longrope, dynamic or yarn are for models "
+                "that read text only; use 1, and llama3 or linear (--model.rope.partial, "
+                "--model.rope.scaling)"
             )
         if self.decoder.pattern is not None:
             raise UserError(

@@ -39,6 +39,7 @@ RANGES = {
         eval.sample_tokens eval.temperature
         checkpoint.every checkpoint.keep checkpoint.memory_every_steps log.every log.gc_every
         model.rope.mscale model.rope.mscale_all_dim model.latent.rank model.moe.dense_layers
+        lora.rank
         exchange.start_step exchange.check_every minder.evictions_per_day minder.pulse_every""",
     (2, INF, True): "model.latent.rotary",
     (32, INF, True): "exchange.weight_group exchange.inside_group exchange.between_group",
@@ -52,7 +53,7 @@ RANGES = {
         minder.clear_s minder.strict
         model.rope.low_freq_factor model.rope.high_freq_factor model.moe.scale model.query_scale
         model.rope.attention_factor model.rope.beta_fast model.rope.beta_slow
-        model.moe.capacity_factor""",
+        model.moe.capacity_factor lora.alpha""",
     (1e-30, INF, True): "optim.eps model.norm_eps",
 }
 # 0 may be, the upper bound may not.

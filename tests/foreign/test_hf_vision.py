@@ -230,7 +230,7 @@ def test_limits_of_pixels_come_from_the_folder(tmp_path):
         (
             "text_config",
             {"rope_parameters": {"mrope_section": [2, 3, 3], "rope_type": "yarn", "factor": 2.0}},
-            "rope_type yarn is not supported",
+            "longrope, dynamic or yarn are for models that read text only",
         ),
         ("vision_config", {"hidden_act": "silu"}, "hidden_act=silu is not supported"),
         ("vision_config", {"hidden_size": 64}, "hidden_size=64 is not supported, only 32"),

@@ -41,9 +41,9 @@ def test_a_kernel_without_axis_types_has_the_same_gradients(mesh, kind, monkeypa
     plain = attention_.attend
     seen = []
 
-    def stand_in(q, k, v, query, memory, window, implementation, segments=None):
+    def stand_in(q, k, v, query, memory, window, implementation, *more, **words):
         seen.append(implementation)
-        return plain(q, k, v, query, memory, window, "xla", segments)
+        return plain(q, k, v, query, memory, window, "xla", *more, **words)
 
     monkeypatch.setattr(attention_, "attend", stand_in)
     cfg = run_config(train__attention="cudnn", context__kind=kind, **mesh)

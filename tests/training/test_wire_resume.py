@@ -136,7 +136,10 @@ def test_weights_that_no_run_made(tmp_path, origin, wire):
         manager.save(0, {"params": params}, data_state=data).result()
     else:
         cfg = types.SimpleNamespace(
-            train=cfg.train, init_from="a folder", given_params=lambda layout, fresh: params
+            train=cfg.train,
+            lora=cfg.lora,
+            init_from="a folder",
+            given_params=lambda layout, fresh: params,
         )
     start = resume.begin(cfg, step, manager, {})
     notes = {"sdp4bit": "copies of the weights are made of them"}
