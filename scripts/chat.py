@@ -59,7 +59,9 @@ class Config(Checked):
         "source of the sampling options that are not given; model: the model's files, or the "
         "server; none: the defaults of this script",
     )
-    seed: int | None = option(None, "random seed of every answer; none: they differ")
+    seed: int | None = option(
+        None, "random seed of every answer; none: they differ", at_least=0, at_most=2**32 - 1
+    )
     emulate: int | None = option(None, "CPU devices to emulate; none: real ones", at_least=1)
     cache_dir: str = option("~/.cache/megajax", "folder for compiled programs")
     sampling: Sampling = group(Sampling)

@@ -63,8 +63,8 @@ class VlmConfig(Checked, section="model"):
         scaled = rope.is_scaled and rope.scaling not in ("llama3", "linear")
         if rope.partial != 1.0 or scaled:
             raise UserError(
-                "model.rope.partial and model.rope.scaling=longrope, dynamic or yarn are for models "
-                "that read text only; use 1, and llama3 or linear (--model.rope.partial, "
+                "model.rope.partial and model.rope.scaling=longrope, dynamic or yarn are for "
+                "models that read text only; use 1, and llama3 or linear (--model.rope.partial, "
                 "--model.rope.scaling)"
             )
         if self.decoder.pattern is not None:

@@ -73,7 +73,8 @@ def check_answer(cfg, params, tokens, answer):
     assert [t for out in engine.run() for t in out.tokens] == answer.tolist()
 
 
-@pytest.mark.parametrize("folder", ["gpt_oss", seldom("deepseek_v3")], indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["gpt_oss", "deepseek_v3"], indirect=True)
 def test_yarn(folder, tmp_path):
     """Tables of both families, and the factor of DeepSeek-V3's logits; also once written again."""
     golden, path = folder

@@ -348,14 +348,8 @@ def _idle():
     return Engine(CFG, sharp(CFG), **SMALL)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "bits"),
-    [
-        pytest.param(1, None, marks=pytest.mark.slow),
-        (2, None),
-        pytest.param(1, 4, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "bits"), [(1, None), (2, None), (1, 4)])
 def test_layers_in_arrays_of_their_own_give_the_same_tokens(tensor, bits, monkeypatch):
     """As on a GPU; the program then has no loop over layers, and reads each array as it is. Packed
     weights of the same input are one."""

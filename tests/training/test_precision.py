@@ -51,6 +51,7 @@ def gradients(step, batch):
     return float(out.sums.cross_entropy), {n: np.asarray(g) * count for n, g in grads.items()}
 
 
+@pytest.mark.slow
 def test_each_device_computes_as_its_kind(file):
     # Each kind alone, on its half of the rows. All tokens have a target, so that the gradients,
     # which are rounded, differ by the factor 2 alone.
