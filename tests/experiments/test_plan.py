@@ -47,7 +47,7 @@ def test_a_search_that_finds_nothing_ends_with_2_and_the_term():
 @pytest.mark.process
 def test_a_plan_is_of_the_weights_that_the_run_would_start_from():
     done = plan("--init_from=nowhere")
-    assert done.returncode == 2 and "nowhere/config.json" in done.stderr
+    assert done.returncode == 2 and "init_from=nowhere does not exist: give a folder" in done.stderr
 
 
 @pytest.mark.process
