@@ -251,7 +251,9 @@ def save(
     target, ours = free_folder(path), lora.adapters(params)
     homes = modules()
     if not ours:
-        raise UserError("the parameters have no adapters, so there is no PEFT folder to write")
+        raise UserError(
+            "the parameters have no adapters, so there is no PEFT folder to write (--adapters)"
+        )
     if strange := [n for n in ours if n not in homes]:
         raise UserError(
             f"{strange[0]} has an adapter and no name in PEFT's folders; these have: "

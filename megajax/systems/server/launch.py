@@ -170,7 +170,16 @@ def adapter_folders(listed: Sequence[str], base: str) -> dict[str, Path]:
 
 
 # Settings of the engine and of chats, which an encoder does not heed.
-OF_DECODERS = ("gguf", "quantize", "weights", "chat_template", "context", "numerics", "mesh")
+OF_DECODERS = (
+    "gguf",
+    "adapter",
+    "quantize",
+    "weights",
+    "chat_template",
+    "context",
+    "numerics",
+    "mesh",
+)
 
 
 def serve_encoder(cfg: Config, opened: OpenEncoder) -> tuple[EncoderWork, EncoderServer]:
