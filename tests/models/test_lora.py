@@ -138,3 +138,48 @@ def test_a_base_in_bfloat16_is_not_rounded_again():
     w = jax.tree.map(lambda x: np.asarray(x, np.float64), changed["blocks"]["attention"]["query"])
     pairs = np.stack([np.tensordot(a, b, 1) for a, b in zip(w.a, w.b, strict=True)])
     np.testing.assert_allclose(made, w.base + 16 / 3 * pairs, atol=1e-6)
+
+
+def test_full_rank_is_full_training():
+    """With A the identity and plain descent on B, W + A B takes the steps of descent on W."""
+    model = dataclasses.replace(
+        MODEL, layers=1, width=32, heads=2, kv_heads=2, head_width=16, mlp=32
+    )
+    parts, batch = decoder.parts(model), host_batch(0, rows=2)
+    params = parts.init(jax.random.key(0))
+    cfg = LoraConfig(rank=32, alpha=32.0)
+    adapted, _ = lora.adapt(params, parts.axes, cfg, jax.random.key(1))
+    names = lora.leaves_of(parts.axes, cfg)
+
+    def with_identity(w):
+        eye = np.eye(32, dtype=np.float32).reshape(w.a.shape[1:])
+        return dataclasses.replace(w, a=jax.numpy.asarray(np.stack([eye])))
+
+    adapted = jax.tree.map(
+        lambda w: with_identity(w) if lora.is_low_rank(w) else w, adapted, is_leaf=lora.is_low_rank
+    )
+
+    def loss(tree):
+        logits = parts.logits(tree, batch)[..., : model.vocab]
+        scores = jax.nn.log_softmax(logits)
+        targets = jax.numpy.maximum(batch["targets"], 0)[..., None]
+        return -jax.numpy.take_along_axis(scores, targets, -1).mean()
+
+    def curve(tree, learns):
+        step = jax.jit(jax.value_and_grad(loss))
+        losses = []
+        for _ in range(6):
+            value, grads = step(tree)
+            losses.append(float(value))
+            flat, shape = jax.tree_util.tree_flatten_with_path(tree)
+            moved = [
+                x - 0.5 * g if learns(jax.tree_util.keystr(path, simple=True, separator=".")) else x
+                for (path, x), g in zip(flat, jax.tree.leaves(grads), strict=True)
+            ]
+            tree = jax.tree.unflatten(shape, moved)
+        return losses
+
+    dense = curve(params, lambda name: name in names)
+    low = curve(adapted, lambda name: name.endswith(".b"))
+    assert dense[-1] < dense[0] - 0.1
+    np.testing.assert_allclose(low, dense, rtol=1e-4)
