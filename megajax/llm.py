@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from megajax.core import mesh as mesh_
 from megajax.core.axes import MESH_AXES
 from megajax.core.errors import UserError, did_you_mean
+from megajax.core.files import expand
 from megajax.data.chat import Chat
 from megajax.data.tokenizer import prompt_ids
 from megajax.evaluation import generate, token_logprobs
@@ -32,6 +33,7 @@ from megajax.systems.server.options import EngineOptions
 
 CONTEXT = 4096  # (chosen) tokens of a context by default, where the model has as many or more
 ANSWER = 512  # (chosen) tokens of an answer by default, where the context leaves as many
+ADAPTER = "adapter"  # its name in the engine
 AXES = tuple(axis for axis in MESH_AXES if axis != "context")  # that is the engine's option here
 ENGINE = {field.name for field in dataclasses.fields(EngineOptions)}
 
@@ -45,6 +47,7 @@ class LLM:
         *,
         step: int | None = None,
         tokenizer: str | None = None,
+        adapter: str | Path | None = None,
         quantize: Literal["none", "int8", "int4", "int3"] = "none",
         sampling_defaults: Literal["model", "none"] = "model",
         emulate: int | None = None,
@@ -56,9 +59,9 @@ class LLM:
         Args: path_or_run: the folder of a training run, a Hugging Face folder or a GGUF file, told
           apart by what is in it, or ORG/NAME at huggingface.co; or what systems.open_model returns.
           step: checkpoint of the run; None: the latest. tokenizer: 'bytes' or a tokenizer.json;
-          None: the model's. quantize: format to which the blocks' matrices are rounded.
-          sampling_defaults: 'model': parameters
-          that a call leaves out are those that the model's files recommend, if they do. emulate:
+          None: the model's. adapter: PEFT folder of an adapter for the model. quantize: format to
+          which the blocks' matrices are rounded. sampling_defaults: 'model': parameters that a call
+          leaves out are those that the model's files recommend, if they do. emulate:
           CPU devices to emulate, before jax has touched a device. cache_dir: folder for compiled
           programs, unless jax has one; None: none is kept. options: of the engine: context
           (default: the model's, at most CONTEXT tokens), dtype (float32 on a CPU, else bfloat16),
@@ -98,8 +101,10 @@ class LLM:
             (1,),  # programs of other sizes are compiled when they are needed
             outlined=quantize == "none",
             packed=packed,
+            **({} if adapter is None else {"adapters": {ADAPTER: expand(adapter, "adapter")}}),
             **set_all,
         )
+        self.engine.adapter = None if adapter is None else ADAPTER
         for program in first:
             program.result()
 

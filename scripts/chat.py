@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from megajax.core import config, files
 from megajax.core import mesh as mesh_
-from megajax.core.config import Checked, group, option, other_than
+from megajax.core.config import Checked, equal, group, option, other_than
 from megajax.core.errors import UserError
 from megajax.core.files import expand
 from megajax.serving.params import Sampling
@@ -48,6 +48,9 @@ class Config(Checked):
         at_least=0,
     )
     tokenizer: str | None = option(None, "bytes or a tokenizer.json; none: the model's own")
+    adapter: str | None = option(
+        None, "PEFT folder of an adapter for the model; none: no adapter", needs=equal("url", None)
+    )
     raw: bool = option(False, "continue the texts as they are, without a chat template")
     system: str = option("", "system prompt, the first message of every request")
     new_tokens: int = option(512, "length of the longest answer", "tokens", at_least=1)
@@ -140,6 +143,7 @@ def local(cfg: Config, sampling: dict[str, Any], flags_set: set[str]) -> Any:
     begun = time.monotonic()
     llm = LLM(
         opened,
+        adapter=cfg.adapter,
         context=min(cfg.context, opened.cfg.max_positions),
         max_batch=8,
         emulate=cfg.emulate,

@@ -58,6 +58,7 @@ class Config(Checked):
         at_least=0,
     )
     tokenizer: str | None = option(None, "bytes or a tokenizer.json; none: the model's own")
+    adapter: str | None = option(None, "PEFT folder of an adapter for the model; none: no adapter")
     texts: str | None = option(
         None, "texts for the perplexity, separated by commas; each as --data.source of pretraining"
     )
@@ -126,6 +127,7 @@ def main() -> int:
     mesh_.start(cfg.emulate)
     llm = LLM(
         opened,
+        adapter=cfg.adapter,
         cache_dir=cfg.cache_dir,
         mesh=cfg.mesh,
         dtype=cfg.dtype,
@@ -236,8 +238,9 @@ def classify(
                 f"{name} has {has}; {opened.name} needs rows with a text and one of its "
                 f"{len(opened.labels)} labels: {', '.join(opened.labels):.300} (--tasks)"
             )
-    if cfg.texts is not None:
-        raise UserError(f"texts={cfg.texts}: {opened.name} is a classifier of texts (--texts)")
+    for flag in ("texts", "adapter"):
+        if (value := getattr(cfg, flag)) is not None:
+            raise UserError(f"{flag}={value}: {opened.name} is a classifier of texts (--{flag})")
     results = Results(cfg)
     mesh_.start(cfg.emulate)
     mesh_.cache_programs(cfg.cache_dir)

@@ -4,12 +4,16 @@ import json
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 from megajax import LLM, evaluation
 from megajax.core.errors import UserError
-from megajax.foreign import gguf
+from megajax.core.mesh import MeshSpec
+from megajax.foreign import gguf, peft
+from megajax.models import decoder, lora
+from megajax.parallel import sharding
 from megajax.serving import SamplingParams
 from megajax.systems.open_model import kind_of
 from megajax.training import logprobs
@@ -119,3 +123,21 @@ def test_a_model_without_a_chat_template_is_named(file):
     assert llm.encode("a") == [256, 97]
     with pytest.raises(UserError, match=r"small\.gguf has no chat template"):
         llm.chat([{"role": "user", "content": "a"}])
+
+
+def test_an_adapter_answers_as_its_merged_model(file, tmp_path):
+    from tests.models.test_lora import disturbed
+
+    opened = gguf.GgufModel(file)
+    mesh = MeshSpec(data=1).build(jax.devices()[:1])
+    params, parts = opened.params(sharding.layout(mesh)), decoder.parts(opened.cfg)
+    cfg = lora.LoraConfig(rank=2, modules=("q", "mlp"))
+    adapted = disturbed(lora.adapt(params, parts.axes, cfg, jax.random.key(0))[0])
+    peft.save(adapted, cfg, tmp_path / "peft")
+    llm = LLM(file, adapter=tmp_path / "peft", **SMALL)
+    (scores,) = llm.logprobs(["hello hello"])
+    row = llm.encode("hello hello")
+    (merged,) = logprobs(opened.cfg, lora.merge(adapted), [row])
+    (base,) = logprobs(opened.cfg, params, [row])
+    np.testing.assert_allclose(scores, merged[1:], atol=1e-4)
+    assert np.abs(merged[1:] - base[1:]).max() > 1e-2

@@ -360,6 +360,7 @@ class Engine:
         if adapters and not axes:
             raise UserError("adapters need the default backend (adapters, backend)")
         self.adapters = Adapters(adapters or {}, params, axes)
+        self.adapter: str | None = None  # that of requests which name none
         params = self.adapters.over(params)
         asleep = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
         if asleep and not backend.cpu:
@@ -440,7 +441,8 @@ class Engine:
           engine's seed and this number.
         images: uint8 (H, W, 3) each, in the order of their placeholders, or what `see` returned;
           None: there are none. The answers have no placeholder, whatever its logit.
-        adapter: name of one of the engine's; None: the base answers.
+        adapter: name of one of the engine's; None: that of the member `adapter`, where None is the
+          base.
         Returns: its id, which its outputs carry.
         Raises: UserError, with the reason, for what can never run.
         """
@@ -460,7 +462,7 @@ class Engine:
                 f"stop={list(params.stop)} needs a tokenizer: give the engine one, or "
                 "stop_token_ids (tokenizer)"
             )
-        number = self.adapters.number(adapter)
+        number = self.adapters.number(self.adapter if adapter is None else adapter)
         matcher = self._matcher(params)
         request = next(self._ids) if id is None else id
         sequences = self.scheduler.add(
