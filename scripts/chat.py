@@ -41,6 +41,11 @@ class Config(Checked):
     api_key_file: str | None = option(
         None, "file whose first line is the server's key", needs=other_than("url", None)
     )
+    model: str | None = option(
+        None,
+        "name of one of the server's models, or of its adapters; none: the first",
+        needs=other_than("url", None),
+    )
     step: int | None = option(
         None,
         "checkpoint of the run; none: the latest",
@@ -114,7 +119,7 @@ def remote(cfg: Config, sampling: dict[str, Any]) -> Any:
             key = files.read_bytes(path, MAX_KEYS).decode().split("\n")[0].strip()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"cannot read {path}: {error} (--api_key_file)") from None
-    model = terminal.RemoteModel(cfg.url or "", key, sampling, cfg.new_tokens)
+    model = terminal.RemoteModel(cfg.url or "", key, sampling, cfg.new_tokens, cfg.model)
     if "/v1/chat/completions" not in model.endpoints and not cfg.raw:
         raise UserError(f"{model.name} has no chat template; continue texts with it (--raw)")
     return model

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from megajax.core.errors import UserError
-from megajax.core.files import expand, write_whole
+from megajax.core.files import expand, parse_json, write_whole
 from megajax.serving import SamplingParams
 
 HELP = """\
@@ -88,8 +88,18 @@ class LocalModel:
 class RemoteModel:
     """A server with OpenAI's interface."""
 
-    def __init__(self, url: str, key: str | None, sampling: Mapping[str, Any], most: int):
-        """url: of the server, with /v1 or without. Raises: UserError if it does not answer."""
+    def __init__(
+        self,
+        url: str,
+        key: str | None,
+        sampling: Mapping[str, Any],
+        most: int,
+        name: str | None = None,
+    ):
+        """url: of the server, with /v1 or without. name: of one of its models; None: the first.
+
+        Raises: UserError if it does not answer, or has no such model.
+        """
         if not url.startswith(("http://", "https://")):
             raise UserError(f"url={url:.200} must begin with http:// or https:// (--url)")
         self._url = url.rstrip("/").removesuffix("/v1")
@@ -99,9 +109,18 @@ class RemoteModel:
         self._body = {"max_tokens": most, **sampling}
         self.tokens = 0
         with self._open("/v1/models", None) as answer:
-            listed = json.loads(answer.read(MAX_LINE))
-        self.name = listed["data"][0]["id"]
-        self.endpoints = listed["data"][0].get("endpoints", ["/v1/chat/completions"])
+            try:
+                models = {m["id"]: m for m in parse_json(answer.read(MAX_LINE))["data"]}
+            except (ValueError, KeyError, TypeError):
+                models = {}
+        if not models:
+            raise UserError(f"{self._url} lists no models at /v1/models (--url)")
+        self.name = next(iter(models)) if name is None else name
+        if self.name not in models:
+            raise UserError(
+                f"model={name:.200}: {self._url} has {', '.join(map(str, models)):.300} (--model)"
+            )
+        self.endpoints = models[self.name].get("endpoints", ["/v1/chat/completions"])
 
     def _open(self, path: str, body: Any) -> Any:
         data = None if body is None else json.dumps(body).encode()

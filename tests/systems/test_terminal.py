@@ -6,6 +6,9 @@ import signal
 import types
 
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from megajax.core.errors import UserError
 from megajax.systems.terminal import Chat, LocalModel, RemoteModel
@@ -101,6 +104,8 @@ def test_a_server_answers():
             RemoteModel(address, None, {}, 8)
         model = RemoteModel(address + "/v1/", KEY, {"top_p": 0.5}, 8)
         assert model.name == "tiny"
+        with pytest.raises(UserError, match=r"model=huge: .* has tiny \(--model\)"):
+            RemoteModel(address, KEY, {}, 8, "huge")
         chat, out, err = talk(model, "hi\nfail\n")
         assert out.startswith("echo hi <img") and "400: cannot answer" in err
         assert asked[0]["top_p"] == 0.5 and asked[0]["max_tokens"] == 8
@@ -111,3 +116,12 @@ def test_a_server_answers():
         RemoteModel(address, None, {}, 8)
     with pytest.raises(UserError, match="must begin with http"):
         RemoteModel("file:///etc/passwd", None, {}, 8)
+
+
+def test_a_server_that_lists_no_models_is_refused():
+    for listed in ([], {"data": None}, {"data": [{"name": 1}]}, {"data": [3]}):
+        app = Starlette(
+            routes=[Route("/v1/models", lambda request, listed=listed: JSONResponse(listed))]
+        )
+        with listening(app) as address, pytest.raises(UserError, match="lists no models"):
+            RemoteModel(address, None, {}, 8)
