@@ -85,9 +85,9 @@ class Kind:
 
     name: of the command, and of the folder that holds its runs. presets: {name: configuration}; a
     run that starts from the weights of --init_from prints how it differs from the first of its
-    class. take: the
-    `take` of config.from_flags. open(cfg, console, run_dir): opens the data and describes it on the
-    console. build(cfg, mesh): makes the step, of one compiled program or of several (loop.Step).
+    class. take: the `take` of config.from_flags. open(cfg, console, run_dir): opens the data and
+    describes it on the console. build(cfg, mesh): makes the step, of one compiled program or of
+    several (loop.Step).
     batches(cfg, reading, step, position): makes the batches that follow a position in the data.
     show(console, cfg, step, mesh): describes the model on the console.
     """
